@@ -32,6 +32,7 @@ _aten = torch.ops.aten
 _HALF_RULED = tuple(
     f"{name}{half}" for name in ("convolution", "native_group_norm", "_prelu_kernel") for half in ("", "_backward")
 )
+_BY_INDEX = (_aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default)
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -163,6 +164,8 @@ def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
         if _is_sized_by_values(operator, args):
             return _computed_alike(operator, args, kwargs)
         try:
+            if operator in _BY_INDEX and _has_mask(args[1]):  # of which DTensor takes its part for whole
+                raise NotImplementedError(f"{operator}: by a mask")
             found = propagate(operator, args, kwargs, info, *others, **options)
         except RuntimeError as error:
             is_mutable, is_of_gradient = operator._schema.is_mutable, _node_of_backward() is not None
@@ -176,17 +179,22 @@ def _or_whole(propagate: Callable[..., object]) -> Callable[..., object]:
             if not _moves_first(found, info):
                 return found
             refusal = RuntimeError(f"{operator}: in-place on what is still to be summed over ranks")
-        written = written_by(operator, args, kwargs)
-        if torch.Tag.inplace_view in operator.tags or any(map(_is_part_of_a_sum, written)):
+        if torch.Tag.inplace_view in operator.tags or any(map(_is_part_of_a_sum, written_by(operator, args, kwargs))):
             raise refusal  # a shape is not changed by what lies on this rank
-        whole_args, whole_kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
-        operator(*whole_args, **whole_kwargs)  # a tensor that is whole is no copy
-        for each, whole in zip(written, written_by(operator, whole_args, whole_kwargs), strict=True):
-            _keep_own_part(each, whole)
-            _write_to_what_it_is_of(each)
-        return args[0]
+        return _written_as_a_whole(operator, args, kwargs)
 
     return asked
+
+
+def _written_as_a_whole(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """The first operand, of which each rank keeps its own part."""
+    whole_args, whole_kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+    operator(*whole_args, **whole_kwargs)  # a tensor that is whole is no copy
+    written = written_by(operator, args, kwargs), written_by(operator, whole_args, whole_kwargs)
+    for each, whole in zip(*written, strict=True):
+        _keep_own_part(each, whole)
+        _write_to_what_it_is_of(each)
+    return args[0]
 
 
 def _or_in_order(compute: Callable[..., object]) -> Callable[..., object]:
@@ -250,8 +258,13 @@ def _is_sized_by_values(operator: OpOverload, args: tuple[object, ...]) -> bool:
     """Whether the result is as large as values say, such as what a mask selects."""
     if torch.Tag.dynamic_output_shape not in operator.tags:
         return False
-    indices = (each for each in tree_leaves(args[1:]) if isinstance(each, torch.Tensor))
-    return operator is not _aten.index.Tensor or any(each.dtype in (torch.bool, torch.uint8) for each in indices)
+    return operator is not _aten.index.Tensor or _has_mask(args[1])
+
+
+def _has_mask(indices: object) -> bool:
+    return any(
+        isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) for each in tree_leaves(indices)
+    )
 
 
 def _is_whole(operand: torch.Tensor) -> bool:

@@ -21,7 +21,10 @@ MOST_NS = 10**14  # what one operator may take for one sequence: 100,000 s
 
 
 def longest_path_s(schedule: ActionLists, seconds: dict[str, list[Fraction]], send_s: list[Fraction]) -> Fraction:
-    """Of the end of the last action; each waits for the one before it on its rank and for what it reads."""
+    """Of the end of the last action; each waits for the one before it on its rank and for what it reads.
+
+    What a rank sends is carried one after the other.
+    """
     rank_of = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
     before = {action: actions[place - 1] for actions in schedule for place, action in enumerate(actions) if place}
     last_stage, there = len(send_s), {action for actions in schedule for action in actions}
@@ -31,18 +34,30 @@ def longest_path_s(schedule: ActionLists, seconds: dict[str, list[Fraction]], se
         kind, stage, i = action
         waits = [end_s(before[action])] if action in before else []
         if kind == "F" and stage > 0:
-            waits.append(end_s(Action("F", stage - 1, i)) + way_s(stage - 1))
+            waits.append(arrival_s(Action("F", stage - 1, i)))
         if kind in "BI" and stage < last_stage:
             gradient = Action("B", stage + 1, i)
-            waits.append(end_s(gradient if gradient in there else Action("I", stage + 1, i)) + way_s(stage))
+            waits.append(arrival_s(gradient if gradient in there else Action("I", stage + 1, i)))
         if kind in "BI" and stage == last_stage:
             waits.append(end_s(Action("F", stage, i)))
         if kind == "W":
             waits.append(end_s(Action("I", stage, i)))
         return max(waits, default=Fraction(0)) + seconds[kind][stage]
 
-    def way_s(border: int) -> Fraction:
-        return send_s[border] if rank_of[border] != rank_of[border + 1] else Fraction(0)
+    @cache
+    def sent_s(action: Action) -> Fraction:
+        """When the rank's link has carried all that it sent up to ``action``."""
+        earlier, way = sent_s(before[action]) if action in before else Fraction(0), way_s(action)
+        return max(end_s(action), earlier) + way if way else earlier
+
+    def arrival_s(action: Action) -> Fraction:
+        return sent_s(action) if way_s(action) else end_s(action)
+
+    def way_s(action: Action) -> Fraction:
+        """Of what an action sends: a result to the stage behind, or a gradient to the one before."""
+        border = {"F": action.stage, "W": last_stage}.get(action.kind, action.stage - 1)
+        is_sent = 0 <= border < last_stage and rank_of[border] != rank_of[border + 1]
+        return send_s[border] if is_sent else Fraction(0)
 
     return max(end_s(actions[-1]) for actions in schedule)
 

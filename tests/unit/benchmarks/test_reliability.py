@@ -70,7 +70,7 @@ def test_the_fuzzer_notices_what_a_reader_does_not_refuse(targets: list[Target])
         return json.loads(path.read_bytes())["mesh"]["pp"]
 
     broken = replace(targets[0], read=read, use=lambda _path, _value: None)
-    kinds = {defect.partition(" at ")[0] for defect in fuzz.fuzzed(broken, 300, seed=0).defects}
+    kinds = {defect.partition(" at ")[0] for defect in fuzz.fuzzed(broken, 600, seed=0).defects}
     assert {"JSONDecodeError", "KeyError", "TypeError"} <= kinds
 
 

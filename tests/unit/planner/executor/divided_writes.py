@@ -33,6 +33,8 @@ WRITES: dict[str, Write] = {  # to ``made`` (4, 8), with ``x`` of that shape
     "scatter of rows": lambda made, x: made.scatter_(0, PLACES[:, None].expand(4, 8), x),
     "index fill": lambda made, _: made.index_fill_(1, PLACES, 7.0),
     "index add": lambda made, x: made.index_add_(0, PLACES, x),
+    "mask": lambda made, _: made.__setitem__(made > 0.5, 7.0),
+    "mask of rows": lambda made, x: made.__setitem__(x[:, 0] > 0, 7.0),
     "index put": lambda made, x: made.index_put_((PLACES,), x),
 }
 
@@ -48,8 +50,19 @@ def found(write: Write, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Ten
     return [made.detach(), seen, x.grad]
 
 
+def trained(parameter: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """After steps of an optimiser that writes to what a mask selects."""
+    parameter = torch.nn.Parameter(parameter.detach().clone())
+    optimizer = torch.optim.Rprop([parameter], lr=0.02)
+    for _ in range(6):
+        optimizer.zero_grad()
+        (parameter - target).square().sum().backward()
+        optimizer.step()
+    return parameter.detach()
+
+
 def main() -> None:
-    """Prints the largest error of every write and dim, by name."""
+    """Prints the largest error of every write and dim, by name, and of an optimiser."""
     register_sharding_rules()
     errors: dict[str, float | str] = {}
     with process_group():
@@ -63,5 +76,9 @@ def main() -> None:
                     whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in mine]
                 pairs = zip(whole, expected, strict=True)
                 errors[f"{name}, dim {dim}"] = max(float((one - other).abs().max()) for one, other in pairs)
+        with implicit_replication():
+            mine = trained(distribute_tensor(x, mesh, [Shard(1)]), x.flip(1))
+            assert isinstance(mine, DTensor)
+            errors["Rprop"] = float((mine.full_tensor() - trained(x, x.flip(1))).abs().max())
         if dist.get_rank() == 0:
             sys.stdout.write(json.dumps(errors))

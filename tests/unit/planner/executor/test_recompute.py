@@ -59,6 +59,10 @@ CASES: dict[str, tuple[Product, tuple[torch.Tensor, ...]]] = {
     "baddbmm": (torch.baddbmm, (values(2, 4, 5), values(2, 4, 8), values(2, 8, 5))),
     "einsum": (lambda a, b: torch.einsum("bik,bkj->bij", a, b), (values(2, 4, 8), values(2, 8, 5))),
     "_grouped_mm": grouped(lambda rows, weights, ends: torch._grouped_mm(rows, weights, offs=ends)),
+    "linalg_solve_triangular": (
+        lambda a, b: torch.linalg.solve_triangular(a, b, upper=False, unitriangular=True),
+        (values(2, 4, 4), values(2, 4, 5)),
+    ),
     "bilinear": (F.bilinear, (values(4, 8), values(4, 6), values(5, 8, 6))),
     "grouped_mm": grouped(lambda rows, weights, ends: F.grouped_mm(rows, weights, offs=ends)),
     "grouped_mm_fallback": grouped(of_transformers),
