@@ -160,7 +160,7 @@ VIEWS = (
 
 MOVES = (
     Operator(
-        names=named("cat"),
+        names=named("cat concat concatenate"),
         work=ONE_PASS,
         saved=saved_rules.nothing,
         placements=placement_rules.concatenate,
@@ -169,9 +169,7 @@ MOVES = (
         traits=PLAIN,
     ),
     Operator(
-        names=named(
-            "concat stack hstack vstack pad constant_pad_nd repeat rot90 tril triu fill_diagonal diff im2col col2im"
-        ),
+        names=named("stack hstack vstack pad constant_pad_nd repeat rot90 tril triu fill_diagonal diff im2col col2im"),
         work=ONE_PASS,
         saved=saved_rules.nothing,
         placements=None,

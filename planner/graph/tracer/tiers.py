@@ -93,6 +93,10 @@ def trace_model(
                     traced = way()
             except TraceStoppedError as error:
                 stopped[tier] = error.failure
+            except ModelError:  # it cannot be built as if on the CPU: why that was tried says more
+                if not stopped:
+                    raise
+                raise _no_way(loaded, list(stopped.values()), dtype) from None
             else:
                 stopped.pop(tier, None)
                 return _graph(loaded, sizes, tier, _noting(traced, stopped))

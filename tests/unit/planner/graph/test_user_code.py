@@ -169,6 +169,21 @@ def test_an_input_that_forward_does_not_take_is_named(tmp_path: Path) -> None:
     assert "cls=None" in error.value.hint
 
 
+def test_a_model_that_asks_for_values_and_cannot_be_built_with_them_is_told_where_it_asks(tmp_path: Path) -> None:
+    """LongCat-Flash: its experts need more memory than there is, and that alone was told, with a wrong way out."""
+    init = "assert torch.empty(1).is_meta, 'no memory'"
+    with pytest.raises(ModelError, match=r"model\.py:25 `if x\.sum.*depends on the values"):
+        trace(init, "if x.sum() > 0: return self.inner(x)\n        return x", tmp_path)
+
+
+def test_joined_under_any_of_its_names(tmp_path: Path) -> None:
+    """Zamba2 calls torch.concatenate."""
+    bodies = [f"return x + self.a(torch.{name}([x[..., :16], x[..., 16:]], -1))" for name in ("cat", "concatenate")]
+    one, other = (trace("", body, tmp_path) for body in bodies)
+    assert other.warnings == one.warnings == ()
+    assert (other.forward_flops, other.saved_activation_bytes) == (one.forward_flops, one.saved_activation_bytes)
+
+
 def test_refused_with_the_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"aten\.\S+ failed at model\.py:25 `return x \+ self.a\(x\).view\(3, -1\)`"):
         trace("", "return x + self.a(x).view(3, -1)", tmp_path)
