@@ -158,6 +158,10 @@ class HuggingFaceModel:
         if libraries:
             found.append(f"the kernels of {' and '.join(libraries)}: planned is transformers' own code for the same, "
                          "and steps are several times faster where these are installed")  # fmt: skip
+        model_class = _named_class(self.config)
+        if hasattr(self.config, "num_attention_heads") and not getattr(model_class, "_supports_sdpa", True):
+            found.append("a fused kernel of attention: transformers has none for this model that the planner can run, "
+                         "and long sequences take several times as long as with one")  # fmt: skip
         return ", and without ".join(found) or None
 
     @property

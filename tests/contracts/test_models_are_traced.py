@@ -323,6 +323,8 @@ BLOCKS = {  # how many repeated blocks, by kind in order of execution
 SAID = {
     # Parameters without gradient: Llava takes the features of the layer before the last.
     "vision tower and language model": "the first is model.vision_tower.encoder.layers.5",
+    "gemma2": "without a fused kernel of attention",
+    "gpt_oss": "without a fused kernel of attention",
     "qwen3_next": "without the kernels of flash-linear-attention",
     "mamba": "without the kernels of mamba-ssm",
     "mamba2": "without the kernels of mamba-ssm",
