@@ -18,7 +18,7 @@ is what makes each block's gradients its part of the whole (Liu et al., "Ring At
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -40,12 +40,17 @@ class Part(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How attention is meant: the rank among ``num_ranks``, the mask, and the factor of scores."""
+    """How attention is meant: the rank among ``num_ranks``, the mask, the factor of scores, and a number a head.
+
+    ``window``: keys that a query sees at most, its own with them; 0 for all.
+    """
 
     rank: int
     num_ranks: int
     is_causal: bool
     scale: float
+    window: int = 0
+    sinks: torch.Tensor | None = None
 
 
 class Carrier(Protocol):
@@ -303,13 +308,25 @@ class Ring:
 def attention_by_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, blocks: Blocks
 ) -> torch.Tensor:
-    """Every rank attends over all positions for its part of the heads (Jacobs et al., "DeepSpeed Ulysses", 2023)."""
-    query, key, value = (_whole_positions(each, group) for each in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
-    output = F.scaled_dot_product_attention(
-        query, key, value, is_causal=blocks.is_causal, scale=blocks.scale, enable_gqa=grouped
-    )
-    num_ranks = blocks.num_ranks
+    """Every rank attends over all positions for its part of the heads."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=blocks.is_causal, scale=blocks.scale, enable_gqa=grouped
+        )
+
+    return by_heads((query, key, value), group, attend)
+
+
+def by_heads(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    group: dist.ProcessGroup,
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """What ``attend`` makes of all positions of some heads on each rank (Jacobs et al., "DeepSpeed Ulysses", 2023)."""
+    query, key, value = (_whole_positions(each, group) for each in qkv)
+    output, num_ranks = attend(query, key, value), group.size()
     first, second = output.unflatten(2, (2, num_ranks, -1)).unbind(dim=2)  # each (batch, heads, ranks, chunk, size)
     shards = torch.cat((first, second.flip(2)), dim=3).movedim(2, 0)
     received = _exchanged(shards, group)  # (ranks, batch, heads of that rank, length, size)

@@ -1,9 +1,9 @@
 """Context parallelism on any model: ranks hold shards of each sequence, and only attention looks beyond its own.
 
-A model runs as if a rank's shard were the whole sequence. Two of the functions it calls are answered otherwise:
-``scaled_dot_product_attention`` reaches all positions, and ``arange`` over the length of the sequence gives the
-positions of the shard. A model that depends on positions in other ways, such as a slice of a table, is refused:
-``check_model`` runs a copy on a few tokens in order and shuffled, which must come to the same.
+A model runs as if a rank's shard were the whole sequence. Three of the functions it calls are answered otherwise:
+``scaled_dot_product_attention`` and our own ``causal_attention`` reach all positions, and ``arange`` over the length of
+the sequence gives the positions of the shard. A model that depends on positions in other ways, such as a slice of a
+table, is refused: ``check_model`` runs a copy on a few tokens in order and shuffled, which must come to the same.
 """
 
 # pyright: reportPrivateUsage=false
@@ -15,7 +15,7 @@ import contextlib
 import os
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,13 @@ from planner.executor.context_attention import (
     attention_by_heads,
     positions_of,
 )
+from planner.executor.context_windows import attention_by_parts, attention_of_seen, causal_attention_by_heads
 from planner.executor.special_tokens import Compared, with_special
 from planner.executor.stage_trace import CPU, Inputs, map_leaves, tensors_in, twin
 from planner.executor.stand_ins import stood_in
 from planner.executor.tensor_parallel import redistribute
+from planner.models.causal_attention import Arguments as CausalArguments
+from planner.models.causal_attention import causal_attention
 from planner.models.causal_masks import NUM_SHARDS
 from planner.models.inputs import call_model
 from planner.models.loss import IGNORED, Reduction, TrainingLoss, tokens_of
@@ -89,6 +92,7 @@ class Context:
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         blocks = blocks._replace(rank=self.group.rank(), num_ranks=self.group.size())
+        has_windows = blocks.window > 0 or blocks.sinks is not None
         if self.method is ContextMethod.ALL_TO_ALL:
             heads = query.shape[1], key.shape[1]
             if any(each % blocks.num_ranks for each in heads):
@@ -97,7 +101,10 @@ class Context:
                     f"{heads[0]} of queries and {heads[1]} of keys",
                     hint="search again with --cp-method ring",
                 )
-            return attention_by_heads(query, key, value, self.group, blocks)
+            attend = causal_attention_by_heads if has_windows else attention_by_heads
+            return attend(query, key, value, self.group, blocks)
+        if has_windows:
+            return attention_by_parts(query, key, value, self.group, blocks)
         carrier = Ring(self.group) if self.method is ContextMethod.RING else Gathered(self.group)
         output = BlockAttention.apply(query, torch.cat((key, value), dim=-1), carrier, blocks)
         assert isinstance(output, torch.Tensor)
@@ -158,6 +165,11 @@ class Sharded(TorchFunctionMode):
         if func is _ATTENTION:
             with torch._C.DisableTorchFunction():  # modes may be nested: recomputation enters its own
                 return self._attend(AttentionCall(*args, **kwargs))  # pyright: ignore[reportArgumentType]
+        if func is causal_attention:
+            with torch._C.DisableTorchFunction():
+                query, key, value, sinks, window, scale = cast(CausalArguments, args)
+                call = AttentionCall(query, key, value, is_causal=True, scale=scale)
+                return self._attend(call, Blocks(0, 1, True, scale, window, sinks))
         if func is torch.arange and _end_of(args, kwargs) == len(self._positions):
             with torch._C.DisableTorchFunction():
                 plain = func(*args, **kwargs)
@@ -165,15 +177,19 @@ class Sharded(TorchFunctionMode):
                 return self._positions.to(plain).requires_grad_(plain.requires_grad)
         return func(*args, **kwargs)
 
-    def _attend(self, call: AttentionCall) -> torch.Tensor:
+    def _attend(self, call: AttentionCall, blocks: Blocks | None = None) -> torch.Tensor:
         _check_attention(call, len(self._positions))
         query, key, value = call.query, call.key, call.value
-        blocks = Blocks(0, 1, call.is_causal, query.shape[-1] ** -0.5 if call.scale is None else call.scale)
+        scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        blocks = blocks or Blocks(0, 1, call.is_causal, scale)
         if not isinstance(query, DTensor):
             return self._attention(query, key, value, blocks)
         mesh = query.device_mesh
         placement = _common_placement((query, key, value), mesh)
         local = [_local(each, mesh, placement) for each in (query, key, value)]
+        if blocks.sinks is not None:  # one for each head
+            of_heads = Shard(0) if isinstance(placement, Shard) else placement
+            blocks = blocks._replace(sinks=_local(blocks.sinks, mesh, of_heads))
         output = self._attention(local[0], local[1], local[2], blocks)
         return DTensor.from_local(output, mesh, [placement], run_check=False)
 
@@ -293,6 +309,8 @@ def _on_some(
             kept.append((key, value))
         else:
             key, value = next(calls)
+        if blocks.window or blocks.sinks is not None:
+            return attention_of_seen(query, key, value, some[:, None] - every, blocks)
         mask = past if blocks.is_causal else None
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, scale=blocks.scale, enable_gqa=grouped)

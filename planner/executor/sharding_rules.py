@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import cast
 
 import torch
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dispatch import as_strided_handler
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpInfo, OutputSharding
@@ -22,11 +22,13 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.executor.written_operands import written_by
+from planner.models.causal_attention import causal_attention
 from planner.models.grouped_shapes import know_grouped_shapes
 from planner.operators.moves import VIEWS
 from planner.operators.record import Trait
 from planner.operators.registry import names_with
 
+assert causal_attention  # its import makes the operators below
 _aten = torch.ops.aten
 # Their rules are of the forward pass alone, or want in the backward pass an input that is a DTensor: images are none.
 _HALF_RULED = tuple(
@@ -35,6 +37,8 @@ _HALF_RULED = tuple(
 _BY_INDEX = (_aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default)
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_CAUSAL_ATTENTION = torch.ops.planner.causal_attention.default
+_CAUSAL_ATTENTION_BACKWARD = torch.ops.planner.causal_attention_backward.default
 
 
 @functools.cache
@@ -49,6 +53,7 @@ def register_sharding_rules() -> None:
     know_grouped_shapes()
     handlers: dict[OpOverload, Callable[..., object]] = DTensor._op_dispatcher._custom_op_handlers
     handlers |= dict.fromkeys((_ATTENTION, _ATTENTION_BACKWARD), _attended)
+    handlers |= dict.fromkeys((_CAUSAL_ATTENTION, _CAUSAL_ATTENTION_BACKWARD), _attended_with_sinks)
     for name in names_with(Trait.SIZE_BY_VALUES):
         handlers[getattr(_aten, name).default] = _computed_whole
     for name in _HALF_RULED:
@@ -302,9 +307,7 @@ def _attended(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, 
     tensors, others = args[: 6 if is_backward else 3], args[6 if is_backward else 3 :]
     mesh = next(each.device_mesh for each in tree_leaves((tensors, kwargs)) if isinstance(each, DTensor))
     whole = [_as_dtensor(each, mesh) for each in tensors]
-    (split,) = whole[1 if is_backward else 0].placements
-    if not isinstance(split, Shard) or split.dim > 1 or any(each.shape[split.dim] % mesh.size() for each in whole):
-        split = Replicate()
+    split = _split_of(whole[1 if is_backward else 0], whole)
 
     def local(tensor: DTensor) -> torch.Tensor:
         return tensor.redistribute(mesh, [split]).to_local()
@@ -316,6 +319,34 @@ def _attended(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, 
         kwargs = {**kwargs, "attn_mask": local(mask) if is_own else mask.full_tensor()}
     result = operator(*map(local, whole), *others, **kwargs)
     return tree_map_only(torch.Tensor, lambda each: DTensor.from_local(each, mesh, [split], run_check=False), result)
+
+
+def _split_of(query: DTensor, others: Sequence[DTensor]) -> Shard | Replicate:
+    """The sequences or heads of a query that ranks have, where they have as many of all ``others``."""
+    (split,) = query.placements
+    if not isinstance(split, Shard) or split.dim > 1:
+        return Replicate()
+    return Replicate() if any(each.shape[split.dim] % query.device_mesh.size() for each in others) else split
+
+
+def _attended_with_sinks(operator: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """As ``_attended``, with a number a head (heads,) or None behind the tensors, whose gradient comes last."""
+    assert not kwargs
+    *tensors, sinks, window, scale = args
+    mesh = next(each.device_mesh for each in tree_leaves(args) if isinstance(each, DTensor))
+    whole = tree_map_only(torch.Tensor, lambda each: _as_dtensor(each, mesh), tensors)
+    is_backward = operator is _CAUSAL_ATTENTION_BACKWARD
+    split = _split_of((whole[1] if is_backward else whole)[0], tree_leaves(whole))
+    of_heads = Shard(0) if isinstance(split, Shard) and split.dim == 1 else Replicate()
+    local = tree_map_only(DTensor, lambda each: each.redistribute(mesh, [split]).to_local(), whole)
+    own_sinks = None if sinks is None else _as_dtensor(sinks, mesh).redistribute(mesh, [of_heads]).to_local()
+    found = operator(*local, own_sinks, window, scale)
+    placements: list[Placement] = [split] * len(found)
+    if is_backward:  # of the sequences that a rank has comes a part of the sum
+        placements[-1] = Partial() if split == Shard(0) and sinks is not None else of_heads
+    return tuple(
+        DTensor.from_local(each, mesh, [place], run_check=False) for each, place in zip(found, placements, strict=True)
+    )
 
 
 def _as_dtensor(tensor: object, mesh: DeviceMesh) -> DTensor:

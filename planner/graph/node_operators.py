@@ -65,7 +65,7 @@ def runs_in_eight_bits(node: Node) -> bool:
 
 def is_causal(node: Node) -> bool:
     """Whether an attention says that no query looks at what follows it; a mask that is a tensor says nothing."""
-    return node.attributes.get("is_causal") is True
+    return node.attributes.get("is_causal") is True or operator_of(node.op).has(Trait.CAUSAL)
 
 
 def are_heads_aligned(node: Node, graph: ModelGraph) -> bool:

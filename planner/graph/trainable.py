@@ -70,8 +70,9 @@ def unshared_positions(graph: ModelGraph, num_shards: int) -> tuple[str, ...]:
     """
     length = graph.seq_len // num_shards
     attention = [node for node in graph.nodes if node.op_class is OpClass.ATTENTION]
-    other = [op_name(node.op) for node in attention if op_name(node.op) != "scaled_dot_product_attention"]
-    masked = [node.module or "its forward" for node in attention if len(node.operands) > 3]
+    plain = [node for node in attention if op_name(node.op) == "scaled_dot_product_attention"]
+    other = [op_name(node.op) for node in attention if node not in plain and not operator_of(node.op).has(Trait.CAUSAL)]
+    masked = [node.module or "its forward" for node in plain if len(node.operands) > 3]
     dropping = [node.module or "its forward" for node in attention if node.attributes.get("dropout_p", 0.0)]
     tables = [node.module or "its forward" for node in graph.nodes if _is_first_of_table(node, graph.seq_len)]
     counted = [

@@ -22,6 +22,7 @@ from torch import nn
 from planner.errors import ModelError
 from planner.models.causal_masks import without_plain_masks
 from planner.models.routed_experts import with_routed_experts
+from planner.models.windowed_attention import WINDOWED_ATTENTION, takes_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -159,7 +160,8 @@ class HuggingFaceModel:
             found.append(f"the kernels of {' and '.join(libraries)}: planned is transformers' own code for the same, "
                          "and steps are several times faster where these are installed")  # fmt: skip
         model_class = _named_class(self.config)
-        if hasattr(self.config, "num_attention_heads") and not getattr(model_class, "_supports_sdpa", True):
+        has_kernel = getattr(model_class, "_supports_sdpa", True) or WINDOWED_ATTENTION in _attention_kinds(self.config)
+        if hasattr(self.config, "num_attention_heads") and not has_kernel:
             found.append("a fused kernel of attention: transformers has none for this model that the planner can run, "
                          "and long sequences take several times as long as with one")  # fmt: skip
         return ", and without ".join(found) or None
@@ -289,6 +291,8 @@ def _patches(config: PretrainedConfig) -> int:
 def _attention_kinds(config: PretrainedConfig) -> tuple[str, ...]:
     """The attentions to build with, best first: SDPA, its masks left to ``is_causal`` where no layer looks at a window.
 
+    Models with windows or sinks have an attention that takes these, where they hand it all that they are.
+
     Training data has no padding and one document a row, so a full causal mask says nothing that
     ``is_causal`` does not; transformers finds that out by reading the mask, which a trace cannot.
     An attention function that is registered without a mask function is given no mask.
@@ -301,7 +305,7 @@ def _attention_kinds(config: PretrainedConfig) -> tuple[str, ...]:
         not layer_types and getattr(text, "sliding_window", None) is not None
     )
     if has_windows:
-        return "sdpa", "eager"
+        return (WINDOWED_ATTENTION, "sdpa", "eager") if takes_windows(config) else ("sdpa", "eager")
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

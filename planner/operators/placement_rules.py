@@ -147,14 +147,16 @@ def grouped_mm(applied: Applied, degree: int) -> list[OpStrategy]:
 
 
 def attention(applied: Applied, degree: int) -> list[OpStrategy]:
-    """q, k, v [b, heads, s, d]: split heads, query and key-value heads alike."""
+    """q, k, v [b, heads, s, d]: split heads, query and key-value heads alike, and what has a number for each head."""
     operands = applied.operands
     if len(operands) < 3 or len(applied.shape) != 4:
         return []
     if not all(_splits(o.shape, 1, degree) for o in operands[:3]):
         return []
+    heads = applied.shape[1]
     rest: list[Placement] = [
-        Shard(1) if len(o.shape) == 4 and o.shape[1] == applied.shape[1] else Replicate() for o in operands[3:]
+        Shard(0) if o.shape == (heads,) else Shard(1) if len(o.shape) == 4 and o.shape[1] == heads else Replicate()
+        for o in operands[3:]
     ]
     placements = (Shard(1), Shard(1), Shard(1), *rest)
     return [OpStrategy(placements, Shard(1), 1 / degree, (False,) * len(operands))]

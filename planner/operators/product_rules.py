@@ -127,6 +127,27 @@ def attention(call: OpCall) -> Products:
     return Products(scores + weighted, backward, 0, recomputed_flops=scores)
 
 
+def causal_attention(call: OpCall) -> Products:
+    """As ``attention``, of the pairs that windows leave: with s keys and a window of w, w (2 s - w) for s * s.
+
+    Half of these are pairs that a query sees (s w - w * w / 2), as of s * s without a window. A kernel also works on
+    what its tiles of keys have beside a window, which is left out.
+    """
+    whole, num_keys, window = attention(call), call.tensor("key").shape[-2], call.attributes.get("window")
+    if not isinstance(window, int) or not 0 < window < num_keys:
+        return whole
+
+    def left(flops: int) -> int:
+        return flops * window * (2 * num_keys - window) // num_keys**2
+
+    return replace(
+        whole,
+        flops=left(whole.flops),
+        backward_flops=left(whole.backward_flops),
+        recomputed_flops=left(whole.recomputed_flops),
+    )
+
+
 def recurrence(call: OpCall) -> Products | None:
     """Each matrix of each layer is applied at every step; the first steps send no gradient to states that want none."""
     weights = recurrent_weights(call)

@@ -28,6 +28,7 @@ _CONVOLUTION = replace(_PRODUCT, op_class=OpClass.CONVOLUTION, products=product_
 _ATTENTION = replace(
     ONE_PASS, op_class=OpClass.ATTENTION, products=product_rules.attention, backward=one_pass_with_weights
 )
+_CAUSAL_ATTENTION = replace(_ATTENTION, products=product_rules.causal_attention)
 
 _RECURRENCE = replace(_PRODUCT, products=product_rules.recurrence, kernels=kernels_of_steps, backward=steps_backward)
 
@@ -158,5 +159,14 @@ PRODUCTS = (
             "aten._scaled_dot_product_fused_attention_overrideable"
         ),
         traits=PLAIN,
+    ),
+    Operator(  # planner.models.causal_attention
+        names=named("causal_attention"),
+        work=_CAUSAL_ATTENTION,
+        saved=saved_rules.attention,
+        placements=placement_rules.attention,
+        samples=sample_rules.attention,
+        kept_as=named("planner.causal_attention"),
+        traits=traits(Trait.CAUSAL),
     ),
 )

@@ -38,6 +38,7 @@ class Trait(StrEnum):
     # What it does to places
     LOOKS_UP = "looks_up"  # takes rows of its first operand that its second operand numbers
     MIXES_POSITIONS = "mixes_positions"  # looks along the sequence, which can then not be split over ranks
+    CAUSAL = "causal"  # attention of which no query looks at what follows it, whatever its arguments
     STEPS = "steps"  # goes along the sequence position by position: its result has the shape of one step, repeated
     MOVES_ROWS = "moves_rows"  # gives rows another order or number: behind it they are no expert's any more
     KEEPS_ORDER = "keeps_order"  # returns its elements in their order: copies nothing where they already lie so

@@ -31,6 +31,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "planner.models.huggingface",
         "planner.models.causal_masks",
         "planner.models.routed_experts",
+        "planner.models.windowed_attention",
     ),
     "psutil": ("hardware_profiles.probes",),
     "yaml": ("planner.formats.documents",),

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from planner.graph.model_graph import ModelGraph
 from planner.graph.tracer import trace_model
 from planner.model_file import LoadedModel, load_model, resolve_model
+from planner.models.causal_attention import causal_attention
 from planner.models.inputs import call_model, training_batch
 from tests.unit.planner.graph.traced import assert_equal_work
 
@@ -307,6 +308,7 @@ CONFIGS: dict[str, dict[str, object]] = {
 }
 
 BLOCKS = {  # how many repeated blocks, by kind in order of execution
+    "gpt_oss": [2, 1],  # layers that look at a window, and one that looks at all
     "deepseek_v3": [1, 2],
     "gemma3": [5, 1],  # the last layer sees all positions: it needs no mask of its own
     "t5": [1, 2, 1, 2],  # the first layer of each stack computes the position bias
@@ -324,14 +326,28 @@ SAID = {
     # Parameters without gradient: Llava takes the features of the layer before the last.
     "vision tower and language model": "the first is model.vision_tower.encoder.layers.5",
     "gemma2": "without a fused kernel of attention",
-    "gpt_oss": "without a fused kernel of attention",
     "qwen3_next": "without the kernels of flash-linear-attention",
     "mamba": "without the kernels of mamba-ssm",
     "mamba2": "without the kernels of mamba-ssm",
 }
 
 
+def in_windows(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], window: int) -> int:
+    """FLOPs of causal attention, pair by pair: each that is seen counts twice, as without a mask, on the diagonal once.
+
+    Of rows whose window ends within the sequence the first key stands for the diagonal.
+    """
+    window, rows = window or key[-2], range(query[-2])
+    pairs = sum(2 * min(row + 1, window) for row in rows) - window
+    return 2 * prod(query[:-2]) * pairs * (query[-1] + value[-1])
+
+
+assert causal_attention  # its import makes the operators
 UNCOUNTED = {  # by torch's counter: a solution has half the products of the same matrix times what is found
+    torch.ops.planner.causal_attention: lambda q, k, v, _, window, *__, **___: in_windows(q, k, v, window),
+    torch.ops.planner.causal_attention_backward: lambda _, seen, __, window, *___, **____: (
+        2 * in_windows(seen[0], seen[1], seen[2], window)
+    ),
     torch.ops.aten.linalg_solve_triangular: lambda matrix, *_, out_shape, **__: prod(out_shape) * matrix[-1],
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from costmodels.vocabulary.choices import Placement
+from planner.models.causal_attention import causal_attention
 from planner.operators.call import OpCall, Saved, TensorValue
 from planner.operators.collectives import COLLECTIVES
 from planner.operators.placement_rules import Applied, Operand
@@ -27,10 +28,17 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(name for operator in OPERATORS for name in operator.names)
 
 # Operators of Python, of transformers, and what torch's functions are called where they fall apart into others.
-NOT_ATEN = {"getitem", "scan", "grouped_mm", "grouped_mm_fallback", "float", "softsign", "interpolate"} | {
-    name for operator in COLLECTIVES for name in operator.names
-}
-FOREIGN_KERNELS = {"transformers.grouped_mm_fallback"}
+NOT_ATEN = {
+    "causal_attention",
+    "getitem",
+    "scan",
+    "grouped_mm",
+    "grouped_mm_fallback",
+    "float",
+    "softsign",
+    "interpolate",
+} | {name for operator in COLLECTIVES for name in operator.names}
+FOREIGN_KERNELS = {"planner.causal_attention", "transformers.grouped_mm_fallback"}
 
 SHAPE = (2, 4, 8, 8)
 ATTRIBUTES = {"dim": 1, "dims": (0, 2, 1, 3), "dim0": 1, "dim1": 2, "equation": "abcd,abce->abde", "num_groups": 2}
@@ -45,6 +53,8 @@ def call_of(name: str) -> OpCall:
 
 def tensor_arguments(name: str) -> tuple[str, ...]:
     packet = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, f"{name}_", None)
+    if name == causal_attention.__name__:
+        packet = torch.ops.planner.causal_attention
     if packet is None:
         return ("self", "weight")
     for overload in packet.overloads():

@@ -271,6 +271,13 @@ CASES = {
     ),
     "tp2-cp2-ep2-zero0": Case("mixture", MeshSection(cp=2, tp=2, ep=2), 0, micro_batch_size=8),
     "dp4-ep2-zero3-mixtral": Case("mixtral", MeshSection(dp_shard=4, ep=2), 3, micro_batch_size=2),
+    "tp2-dp2-sinks": Case("gpt-oss", _DP2_TP2, 1, recompute=Recompute.SELECTIVE, micro_batch_size=4),
+    "cp2-dp2-sinks-zero3": Case("gpt-oss", _CP2_DP2, 3, micro_batch_size=4),
+    "cp4-sinks-ring-full": Case(
+        "gpt-oss", MeshSection(cp=4), recompute=Recompute.FULL, cp_method=_RING, micro_batch_size=8
+    ),
+    "cp2-dp2-sinks-heads": Case("gpt-oss", _CP2_DP2, 1, cp_method=_HEADS, micro_batch_size=4),
+    "cp2-tp2-sinks": Case("gpt-oss", _CP2_TP2, micro_batch_size=8),
     "dp4-ep2-on-host": Case("mixture", MeshSection(dp_shard=4, ep=2), 3, on_host=2, micro_batch_size=4),
     "pp2-dp2-modes": Case("llama", _PP2_DP2, 1, block_modes=_MODES, micro_batch_size=4),
     "shares-zero0": Case("gpt", MeshSection(dp_replicate=4), shares=(1, 3)),

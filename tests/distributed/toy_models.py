@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.models.config import FamilyConfig
 from planner.models.family import build_family
+from planner.models.windowed_attention import WINDOWED_ATTENTION, takes_windows
 from planner.plan.schema import ModulePlacement
 from tests.fixtures.encoder import Encoder
 from tests.fixtures.routed import Routed
@@ -155,6 +156,30 @@ def _mixtral() -> nn.Module:
             use_cache=False,
         )
     )  # fmt: skip
+
+
+def _gpt_oss() -> nn.Module:
+    """Hugging Face's, whose attention has sinks, and in every other layer a window shorter than a rank's positions."""
+    from transformers import GptOssConfig, GptOssForCausalLM  # here, for it takes seconds
+
+    config = GptOssConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=NUM_LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
+        max_position_embeddings=256, use_cache=False,
+    )  # fmt: skip
+    assert takes_windows(config)
+    config._attn_implementation = WINDOWED_ATTENTION
+    return GptOssForCausalLM(config)
+
+
+def _gpt_oss_placements(sequence_parallel: bool) -> tuple[ModulePlacement, ...]:
+    """Attention's heads, and with them its sinks; experts are whole."""
+    attention = "model.layers.*.self_attn"
+    column = dict.fromkeys((f"{attention}.{name}_proj" for name in "qkv"), True)
+    entries = _entries(
+        column, {f"{attention}.o_proj": True}, "model.embed_tokens", (), sequence_parallel=sequence_parallel
+    )
+    return (*entries, ModulePlacement(module=attention, parameters={"sinks": "shard(0)"}))
 
 
 @torch.library.custom_op("toy_models::ramp", mutates_args=())
@@ -351,6 +376,9 @@ MODELS = {
         ("model.norm", "lm_head"),
         lambda sequence_parallel: (),
         tuple(f"model.layers.*.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")),
+    ),
+    "gpt-oss": ToyModel(
+        _gpt_oss, ("model.embed_tokens",), _layers("model."), ("model.norm", "lm_head"), _gpt_oss_placements
     ),
     "encoder": ToyModel(lambda: Encoder(NUM_LAYERS), ("embedding",), _layers(""), ("head",), _encoder_placements),
     "routed": ToyModel(

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from costmodels.vocabulary.choices import Recompute
 from planner.executor.recompute import apply_recompute, repeated_in
 from planner.model_file import load_model, resolve_model
+from planner.models.causal_attention import causal_attention
 from planner.models.inputs import call_model, training_batch
 from planner.operators.products import PRODUCTS
 from planner.plan.schema import RecomputeRule
@@ -75,6 +76,10 @@ CASES: dict[str, tuple[Product, tuple[torch.Tensor, ...]]] = {
     ),
     "conv_transpose1d": (F.conv_transpose1d, (values(2, 4, 8), values(4, 6, 3))),
     "conv_transpose2d": (F.conv_transpose2d, (values(2, 4, 8, 8), values(4, 6, 3, 3))),
+    "causal_attention": (
+        lambda q, k, v, sinks: causal_attention(q, k, v, sinks, 3, 0.5),
+        (*(values(2, 4, 8, 16) for _ in range(3)), values(4)),
+    ),
     "scaled_dot_product_attention": (F.scaled_dot_product_attention, (values(2, 4, 8, 16),) * 3),
 }
 
