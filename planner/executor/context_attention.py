@@ -27,8 +27,9 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F  # noqa: N812
 
+from planner.models.causal_attention import has_flash_kernel
+
 _aten = torch.ops.aten
-_FLASH_HEAD_MULTIPLE, _FLASH_LARGEST_HEAD = 8, 256  # of CUDA's flash attention
 
 
 class Part(NamedTuple):
@@ -52,6 +53,11 @@ class Blocks(NamedTuple):
     window: int = 0
     sinks: torch.Tensor | None = None
 
+    @property
+    def has_window_or_sinks(self) -> bool:
+        """Whether ``scaled_dot_product_attention`` cannot be told so."""
+        return self.window > 0 or self.sinks is not None
+
 
 class Carrier(Protocol):
     """Brings every rank's keys and values, one tensor (batch, heads, length, sizes of both), to this one."""
@@ -72,8 +78,12 @@ class Carrier(Protocol):
 def positions_of(rank: int, num_ranks: int, seq_len: int) -> torch.Tensor:
     """Positions (seq_len / num_ranks,) that a rank holds, ascending."""
     chunk = seq_len // (2 * num_ranks)
-    starts = (rank * chunk, (2 * num_ranks - 1 - rank) * chunk)
-    return torch.cat([torch.arange(start, start + chunk) for start in starts])
+    return torch.cat([torch.arange(start, start + chunk) for start in chunk_starts(rank, num_ranks, chunk)])
+
+
+def chunk_starts(rank: int, num_ranks: int, chunk: int) -> tuple[int, int]:
+    """The first positions of a rank's two chunks, of ``chunk`` each."""
+    return rank * chunk, (2 * num_ranks - 1 - rank) * chunk
 
 
 def part_of(blocks: Blocks, source: int, length: int) -> Part:
@@ -155,13 +165,9 @@ def _split(query: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 def _kernel(query: torch.Tensor, value: torch.Tensor) -> str:
     """Which of torch's kernels takes these: ``cpu``, ``cuda``, or none."""
-    size, dtype = query.shape[-1], query.dtype
-    if value.shape[-1] != size:
-        return ""
     if query.device.type == "cpu":
-        return "cpu"
-    fits = size % _FLASH_HEAD_MULTIPLE == 0 and size <= _FLASH_LARGEST_HEAD
-    return "cuda" if query.is_cuda and fits and dtype in (torch.bfloat16, torch.float16) else ""
+        return "cpu" if value.shape[-1] == query.shape[-1] else ""
+    return "cuda" if has_flash_kernel(query, value) else ""
 
 
 def _block_forward(
@@ -228,9 +234,7 @@ class Gathered:
     def blocks(self, mine: torch.Tensor) -> Generator[tuple[int, torch.Tensor]]:
         """See ``Carrier``."""
         rank, num_ranks = self._group.rank(), self._group.size()
-        flat = mine.new_empty((num_ranks * len(mine), *mine.shape[1:]))  # as gloo wants it
-        dist.all_gather_single(flat, mine.contiguous(), group=self._group)
-        whole = flat.unflatten(0, (num_ranks, -1))
+        whole = gathered(mine, self._group)
         for step in range(num_ranks):
             source = (rank - step) % num_ranks
             yield source, whole[source]
@@ -244,9 +248,7 @@ class Gathered:
         of_all = kept.new_empty((self._group.size(), *kept.shape))
         for source, held in self.blocks(kept):
             of_all[source] = yield source, held
-        total = torch.empty_like(of_all[0])
-        dist.reduce_scatter_single(total, of_all.flatten(0, 1), group=self._group)
-        return total
+        return summed(of_all, self._group)
 
 
 class Ring:
@@ -327,17 +329,40 @@ def by_heads(
     """What ``attend`` makes of all positions of some heads on each rank (Jacobs et al., "DeepSpeed Ulysses", 2023)."""
     query, key, value = (_whole_positions(each, group) for each in qkv)
     output, num_ranks = attend(query, key, value), group.size()
-    first, second = output.unflatten(2, (2, num_ranks, -1)).unbind(dim=2)  # each (batch, heads, ranks, chunk, size)
-    shards = torch.cat((first, second.flip(2)), dim=3).movedim(2, 0)
-    received = _exchanged(shards, group)  # (ranks, batch, heads of that rank, length, size)
+    received = _exchanged(by_ranks(output, num_ranks), group)  # (ranks, batch, heads of that rank, length, size)
     return received.movedim(0, 1).flatten(1, 2)
 
 
 def _whole_positions(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(batch, heads, length, size) -> (batch, heads / ranks, all positions in order, size)."""
-    received = _exchanged(tensor.unflatten(1, (group.size(), -1)).movedim(1, 0), group)
-    first, second = received.movedim(0, 2).chunk(2, dim=3)  # (batch, heads, ranks, chunk, size)
+    return in_order(_exchanged(tensor.unflatten(1, (group.size(), -1)).movedim(1, 0), group))
+
+
+def gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What every rank has, (ranks, ...)."""
+    flat = mine.new_empty((group.size() * len(mine), *mine.shape[1:]))  # as gloo wants it
+    dist.all_gather_single(flat, mine.contiguous(), group=group)
+    return flat.unflatten(0, (group.size(), -1))
+
+
+def summed(for_all: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of what all ranks have for this one; ``for_all``: (ranks, ...)."""
+    for_all = for_all.contiguous()
+    total = torch.empty_like(for_all[0])
+    dist.reduce_scatter_single(total, for_all.flatten(0, 1), group=group)
+    return total
+
+
+def in_order(of_ranks: torch.Tensor) -> torch.Tensor:
+    """(ranks, batch, heads, length, size), by whose positions they are -> (batch, heads, all positions, size)."""
+    first, second = of_ranks.movedim(0, 2).chunk(2, dim=3)  # (batch, heads, ranks, chunk, size)
     return torch.cat((first, second.flip(2)), dim=2).flatten(2, 3)
+
+
+def by_ranks(whole: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """The way back of ``in_order``."""
+    first, second = whole.unflatten(2, (2, num_ranks, -1)).unbind(dim=2)  # each (batch, heads, ranks, chunk, size)
+    return torch.cat((first, second.flip(2)), dim=3).movedim(2, 0)
 
 
 def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -92,7 +92,6 @@ class Context:
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         blocks = blocks._replace(rank=self.group.rank(), num_ranks=self.group.size())
-        has_windows = blocks.window > 0 or blocks.sinks is not None
         if self.method is ContextMethod.ALL_TO_ALL:
             heads = query.shape[1], key.shape[1]
             if any(each % blocks.num_ranks for each in heads):
@@ -101,9 +100,9 @@ class Context:
                     f"{heads[0]} of queries and {heads[1]} of keys",
                     hint="search again with --cp-method ring",
                 )
-            attend = causal_attention_by_heads if has_windows else attention_by_heads
+            attend = causal_attention_by_heads if blocks.has_window_or_sinks else attention_by_heads
             return attend(query, key, value, self.group, blocks)
-        if has_windows:
+        if blocks.has_window_or_sinks:
             return attention_by_parts(query, key, value, self.group, blocks)
         carrier = Ring(self.group) if self.method is ContextMethod.RING else Gathered(self.group)
         output = BlockAttention.apply(query, torch.cat((key, value), dim=-1), carrier, blocks)
@@ -309,7 +308,7 @@ def _on_some(
             kept.append((key, value))
         else:
             key, value = next(calls)
-        if blocks.window or blocks.sinks is not None:
+        if blocks.has_window_or_sinks:
             return attention_of_seen(query, key, value, some[:, None] - every, blocks)
         mask = past if blocks.is_causal else None
         grouped = query.shape[1] != key.shape[1]

@@ -12,8 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from planner.executor.context_attention import Blocks, by_heads
-from planner.models.causal_attention import causal_attention
+from planner.executor.context_attention import (
+    Blocks,
+    by_heads,
+    by_ranks,
+    chunk_starts,
+    gathered,
+    in_order,
+    summed,
+)
+from planner.models.causal_attention import causal_attention, first_seen
 
 
 def attention_by_parts(
@@ -67,7 +75,7 @@ class _Gathered(torch.autograd.Function):
         blocks: Blocks,
     ) -> torch.Tensor:
         """``kv``: keys and values beside each other."""
-        whole, found = _in_order(kv, group), list[tuple[torch.Tensor, torch.Tensor]]()
+        whole, found = in_order(gathered(kv, group)), list[tuple[torch.Tensor, torch.Tensor]]()
         for rows, keys in _seen_by_chunks(blocks, query.shape[2]):
             key, value = _split(whole[:, :, keys], query)
             operands = (query[:, :, rows].contiguous(), key, value, sinks)
@@ -82,7 +90,7 @@ class _Gathered(torch.autograd.Function):
         """Of queries, of keys and values, and of sinks."""
         query, kv, output, sums, *sinks = ctx.saved_tensors
         blocks: Blocks = ctx.blocks
-        whole = _in_order(kv, ctx.group)
+        whole = in_order(gathered(kv, ctx.group))
         of_whole, of_query, of_sinks = torch.zeros_like(whole, dtype=torch.float32), list[torch.Tensor](), None
         for rows, keys in _seen_by_chunks(blocks, query.shape[2]):
             key, value = _split(whole[:, :, keys], query)
@@ -94,7 +102,7 @@ class _Gathered(torch.autograd.Function):
             of_query.append(found[0])
             of_whole[:, :, keys] += torch.cat(found[1:3], dim=-1)
             of_sinks = found[3] if of_sinks is None else of_sinks + found[3]
-        of_kv = _summed(of_whole.to(kv.dtype), ctx.group)
+        of_kv = summed(by_ranks(of_whole.to(kv.dtype), blocks.num_ranks), ctx.group)
         return torch.cat(of_query, dim=2), of_kv, of_sinks if sinks else None, None, None
 
 
@@ -102,31 +110,12 @@ def _seen_by_chunks(blocks: Blocks, length: int) -> list[tuple[slice, slice]]:
     """Of a rank's two chunks of queries: where they lie among its own, and the keys that they see of all."""
     chunk = length // 2
     found: list[tuple[slice, slice]] = []
-    for place, start in enumerate((blocks.rank * chunk, (2 * blocks.num_ranks - 1 - blocks.rank) * chunk)):
-        first = max(0, start - blocks.window + 1) if blocks.window else 0
-        found.append((slice(place * chunk, (place + 1) * chunk), slice(first, start + chunk)))
+    for place, start in enumerate(chunk_starts(blocks.rank, blocks.num_ranks, chunk)):
+        keys = slice(first_seen(start, blocks.window), start + chunk)
+        found.append((slice(place * chunk, (place + 1) * chunk), keys))
     return found
 
 
 def _split(kv: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     size = query.shape[-1]
     return kv[..., :size].contiguous(), kv[..., size:].contiguous()
-
-
-def _in_order(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(batch, heads, length, size) of each rank -> (batch, heads, all positions in order, size)."""
-    num_ranks = group.size()
-    flat = mine.new_empty((num_ranks * len(mine), *mine.shape[1:]))  # as gloo wants it
-    dist.all_gather_single(flat, mine.contiguous(), group=group)
-    first, second = flat.unflatten(0, (num_ranks, -1)).chunk(2, dim=3)  # (ranks, batch, heads, chunk, size)
-    return torch.cat((first, second.flip(0))).movedim(0, 2).flatten(2, 3)
-
-
-def _summed(of_all: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of all ranks' gradients of this rank's own: the way back of ``_in_order``."""
-    num_ranks = group.size()
-    first, second = of_all.unflatten(2, (2 * num_ranks, -1)).movedim(2, 0).chunk(2)
-    of_ranks = torch.cat((first, second.flip(0)), dim=3)  # (ranks, batch, heads, length, size)
-    total = torch.empty_like(of_ranks[0])
-    dist.reduce_scatter_single(total, of_ranks.flatten(0, 1).contiguous(), group=group)
-    return total

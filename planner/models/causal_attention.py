@@ -63,8 +63,12 @@ def tiles(num_queries: int, num_keys: int, window: int) -> Iterator[Seen]:
     size = min(max(window, _LEAST_TILE), _LARGEST_TILE) if window else _LARGEST_TILE
     for start in range(0, num_queries, size):
         end = min(start + size, num_queries)
-        first = max(0, before + start - window + 1) if window else 0
-        yield Seen(slice(start, end), slice(first, before + end))
+        yield Seen(slice(start, end), slice(first_seen(before + start, window), before + end))
+
+
+def first_seen(position: int, window: int) -> int:
+    """The first position of a key that the query at ``position`` sees."""
+    return max(0, position - window + 1) if window else 0
 
 
 @torch.library.custom_op("planner::causal_attention", mutates_args=())
@@ -77,7 +81,7 @@ def _forward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and of each query the logarithm of its sum of exponentials, float32 (batch, heads, queries)."""
-    if _has_kernel(query, value):
+    if has_flash_kernel(query, value):
         found = _aten._flash_attention_forward(
             *(each.transpose(1, 2) for each in (query, key, value)),
             *(None, None, query.shape[2], key.shape[2], 0.0, True, False),
@@ -94,15 +98,9 @@ def _forward(
 
 @_forward.register_fake
 def _forward_shapes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    window: int,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    del key, sinks, window, scale
-    output = _laid_out(query.new_empty((*query.shape[:-1], value.shape[-1])), _has_kernel(query, value))
+    output = _laid_out(query.new_empty((*query.shape[:-1], value.shape[-1])), has_flash_kernel(query, value))
     return output, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
@@ -115,7 +113,7 @@ def _backward(
     ``seen``: queries, keys and values, the output and the logarithms of sums.
     """
     query, key, value, output, sums = seen
-    if _has_kernel(query, value):
+    if has_flash_kernel(query, value):
         none = torch.zeros((), dtype=torch.int64, device=query.device)  # of random numbers, for there is no dropout
         found = _aten._flash_attention_backward(
             *(each.transpose(1, 2) for each in (gradient, query, key, value, output)),
@@ -134,11 +132,10 @@ def _backward(
 
 @_backward.register_fake
 def _backward_shapes(
-    gradient: torch.Tensor, seen: list[torch.Tensor], sinks: torch.Tensor | None, window: int, scale: float
+    gradient: torch.Tensor, seen: list[torch.Tensor], sinks: torch.Tensor | None, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    del gradient, window, scale
-    query, _, value = qkv = seen[:3]
-    has_kernel = _has_kernel(query, value)
+    qkv = seen[:3]
+    query, has_kernel = qkv[0], has_flash_kernel(qkv[0], qkv[2])
     of_query, of_key, of_value = (_laid_out(each.new_empty(each.shape), has_kernel) for each in qkv)
     return of_query, of_key, of_value, query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
@@ -175,7 +172,7 @@ def _gradients(
 _forward.register_autograd(_gradients, setup_context=_keep)
 
 
-def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+def has_flash_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether CUDA's flash attention takes these."""
     size = query.shape[-1]
     fits = value.shape[-1] == size and size % _FLASH_HEAD_MULTIPLE == 0 and size <= _FLASH_LARGEST_HEAD

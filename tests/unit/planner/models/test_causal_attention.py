@@ -98,7 +98,7 @@ def test_sums_with_sinks_make_a_flash_kernels_backward_that_of_sinks(
         _flash_attention_backward = staticmethod(backward)
 
     monkeypatch.setattr(module, "_aten", Kernels)
-    monkeypatch.setattr(module, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(module, "has_flash_kernel", lambda *_: True)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 4, 40, 16, requires_grad=True) for _ in range(3))
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
